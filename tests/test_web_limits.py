@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from contextlib import suppress
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -406,7 +407,8 @@ def test_the_cache_counts_its_bytes():
 def test_unused_values_expire(monkeypatch):
     cache: Cache[str, bytes] = Cache(2, len, keep_s=10, keep=1)
     now = [0.0]
-    monkeypatch.setattr("dualrc.web.cache.time.monotonic", lambda: now[0])
+    # Only the clock of the cache: the event loop of a running server would sleep for hours.
+    monkeypatch.setattr("dualrc.web.cache.time", SimpleNamespace(monotonic=lambda: now[0]))
     cache.put("a", b"1")
     cache.put("b", b"2")
     now[0] = 9

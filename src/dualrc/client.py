@@ -4,7 +4,6 @@ with Client("http://127.0.0.1:8000") as client:
     matches = client.match("a.jpg", "b.jpg", top=2000)
 """
 
-import io
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from dualrc.config import Quality
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
 from dualrc.extras import require
 from dualrc.files import parse_json
+from dualrc.formats import encoded
 from dualrc.geometry import sample_bilinear
 from dualrc.image import ImageInput, read
 from dualrc.matches import EstimateKind, Matches, Warp
@@ -91,8 +91,7 @@ class Client:
 
     def info(self) -> dict[str, Any]:
         """Return the versions, the device and the limits of the server."""
-        found: dict[str, Any] = self._send("GET", "/v1/info").json()
-        return found
+        return self._send("GET", "/v1/info").json()
 
     def upload(self, image: ImageInput, *, name: str | None = None) -> RemoteImage:
         """Upload an image for repeated use; files are sent unchanged, arrays as PNG."""
@@ -132,7 +131,10 @@ class Client:
             else:
                 job = self._send("POST", "/v1/match", params={"wait": "false"}, json=body).json()["job"]
                 answer = self._send("GET", self._follow(job, progress), params={"format": "npz"})
-        return _matches(answer.content)
+        with tempfile.TemporaryDirectory(prefix="dualrc-client-") as folder:
+            path = Path(folder) / "matches.npz"
+            path.write_bytes(answer.content)
+            return Matches.load(path)
 
     def match_points(
         self, image0: Remote, image1: Remote, points0: npt.ArrayLike, *, min_score: float = 0.0
@@ -249,16 +251,7 @@ def _encoded(image: ImageInput) -> tuple[bytes, str]:
             return Path(image).read_bytes(), Path(image).name
         except OSError as error:
             raise ImageError(f"{image} can't be read ({error.strerror}); check the path.") from error
-    target = io.BytesIO()
-    Image.fromarray(read(image)).save(target, "PNG", compress_level=1)
-    return target.getvalue(), "image.png"
-
-
-def _matches(content: bytes) -> Matches:
-    with tempfile.TemporaryDirectory(prefix="dualrc-client-") as folder:
-        path = Path(folder) / "matches.npz"
-        path.write_bytes(content)
-        return Matches.load(path)
+    return encoded(Image.fromarray(read(image)), "PNG", compress_level=1), "image.png"
 
 
 def _problem(answer: Any) -> DualRCError:

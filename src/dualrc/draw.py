@@ -1,6 +1,5 @@
 """Drawings of matches and warps as uint8 arrays (height, width, 3), from any image that the matcher accepts."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.extras import png_is_broken
 from dualrc.files import replacing
+from dualrc.formats import encoded
 from dualrc.geometry import homography_grid, sample_bilinear
 from dualrc.image import ImageInput, read
 from dualrc.matches import Matches, Warp
@@ -25,17 +25,8 @@ class Drawing(np.ndarray[Any, np.dtype[np.uint8]]):
 
     def _repr_png_(self) -> bytes | None:
         """Return the PNG that a notebook displays; None for slices that are not images."""
-        if (
-            self.ndim != 3
-            or self.shape[2] not in (3, 4)
-            or self.dtype != np.uint8
-            or 0 in self.shape
-            or png_is_broken()
-        ):
-            return None
-        file = io.BytesIO()
-        Image.fromarray(np.asarray(self)).save(file, "PNG")
-        return file.getvalue()
+        is_image = self.ndim == 3 and self.shape[2] in (3, 4) and self.dtype == np.uint8 and 0 not in self.shape
+        return encoded(Image.fromarray(np.asarray(self)), "PNG") if is_image and not png_is_broken() else None
 
     def save(self, path: str | Path) -> None:
         """Write .png or .jpg atomically."""

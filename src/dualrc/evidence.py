@@ -96,14 +96,12 @@ def _first_of_cells(unit: FloatArray) -> IntArray:
 
 def _both(flags: BoolArray) -> BoolArray:
     """Return whether x and y are both true: (n, 2) -> (n,)."""
-    both: BoolArray = flags[:, 0] & flags[:, 1]
-    return both
+    return flags[:, 0] & flags[:, 1]
 
 
 def _squared_length(vectors: FloatArray) -> FloatArray:
     """Return x**2 + y**2 of vectors (..., 2 or more)."""
-    length: FloatArray = np.square(vectors[..., 0]) + np.square(vectors[..., 1])
-    return length
+    return np.square(vectors[..., 0]) + np.square(vectors[..., 1])
 
 
 def _voting(here: FloatArray, there: FloatArray, side0: FloatArray, side1: FloatArray) -> BoolArray:

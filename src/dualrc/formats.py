@@ -1,5 +1,6 @@
 """Image file formats, and EXIF data that may be damaged."""
 
+import io
 import operator
 import re
 import threading
@@ -117,6 +118,13 @@ def open_image(source: str | Path | IO[bytes], name: str, only: tuple[str, ...] 
     return image
 
 
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """Return an image as the content of a file; `kind` and `options` are those of Pillow."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
 def undecodable(name: str, error: Exception) -> ImageError:
     """Return an ImageError for an exception of a decoder."""
     return ImageError(f"Cannot decode {name} ({one_line(error)}); it may be truncated: copy it again.")
@@ -166,9 +174,7 @@ def _pillow_warnings() -> Iterator[list[str]]:
 
 
 def _warn_of_exif(name: str, complaints: Iterable[str], *, damaged: bool = False) -> None:
-    if damaged or any(
-        re.search("corrupt|truncated|skipping tag|tag offset", complaint, re.IGNORECASE) for complaint in complaints
-    ):
+    if damaged or re.search("corrupt|truncated|skipping tag|tag offset", "\n".join(complaints), re.IGNORECASE):
         remedy = "if it matters, write it again, or give the camera"
         warn_once(f"{name} has damaged EXIF data; unreadable parts are ignored: {remedy}.")
 

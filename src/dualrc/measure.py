@@ -227,8 +227,7 @@ def in_new_process(function: Callable[[Argument], Result], argument: Argument) -
         raise DataError(f"the process was killed (signal {-status}), probably for lack of memory; give smaller sizes.")
     if status:
         raise DataError(f"the process failed ({(lines or ['no reason given'])[-1]}).")
-    result: Result = pickle.loads(answer)
-    return result
+    return pickle.loads(answer)
 
 
 def _run_child() -> None:

@@ -32,8 +32,7 @@ def share_within(errors: npt.ArrayLike, thresholds: Sequence[float]) -> FloatArr
     values = np.asarray(errors, dtype=np.float64).ravel()
     if not len(values):
         return np.zeros(len(thresholds))
-    shares: FloatArray = (values[:, None] <= np.asarray(thresholds)).mean(axis=0)
-    return shares
+    return (values[:, None] <= np.asarray(thresholds)).mean(axis=0)
 
 
 def area_under_curve(errors: npt.ArrayLike, thresholds: Sequence[float]) -> FloatArray:

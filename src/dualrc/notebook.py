@@ -1,7 +1,6 @@
 """Notebook display of matches and warps, which do not contain their images."""
 
 import html
-import io
 
 import numpy as np
 
@@ -52,6 +51,8 @@ def warp_png(points1: FloatArray, certainty: FloatArray) -> bytes | None:
     """Return motion as color: hue is the direction, saturation the distance, black is unknown."""
     from PIL import Image
 
+    from dualrc.formats import encoded
+
     if 0 in certainty.shape or png_is_broken():
         return None
     height, width = certainty.shape
@@ -68,6 +69,4 @@ def warp_png(points1: FloatArray, certainty: FloatArray) -> bytes | None:
     hue = (np.arctan2(motion[:, :, 1], motion[:, :, 0]) / (2 * np.pi)) % 1
     colors = np.stack([hue, np.clip(length / max(longest, 1e-6), 0, 1), np.ones_like(hue)], axis=2)
     colors[:, :, 2] = np.where(known, 0.35 + 0.65 * np.clip(certainty[::step, ::step], 0, 1), 0)
-    file = io.BytesIO()
-    Image.fromarray(np.round(colors * 255).astype(np.uint8), mode="HSV").convert("RGB").save(file, "PNG")
-    return file.getvalue()
+    return encoded(Image.fromarray(np.round(colors * 255).astype(np.uint8), mode="HSV").convert("RGB"), "PNG")

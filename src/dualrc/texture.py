@@ -66,8 +66,7 @@ def has_texture(gray: FloatArray) -> BoolArray:
     height, width = (side // FINE_STRIDE for side in gray.shape)
     cells = gray[: height * FINE_STRIDE, : width * FINE_STRIDE].reshape(height, FINE_STRIDE, width, FINE_STRIDE)
     mean, square = (_smoothed(values.mean(axis=(1, 3))) for values in (cells, np.square(cells)))
-    textured: BoolArray = square - mean**2 > LEAST_DEVIATION**2
-    return textured
+    return square - mean**2 > LEAST_DEVIATION**2
 
 
 def _smoothed(values: FloatArray) -> FloatArray:

@@ -22,17 +22,14 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(kind: type[T], values: dict[str, Any], where: str = "") -> T:
     """Create a config of this kind; unknown keys and values of the wrong type raise a ConfigError."""
     hints = typing.get_type_hints(kind)
-    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    known = [f.name for f in fields]
     for key in values:
         if key not in known:
             raise ConfigError(f"Unknown setting {where}{key}; choose one of {', '.join(known)}.")
-    missing = [
-        f.name
-        for f in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ConfigError(f"The setting {where}{missing[0]} is missing; add it.")
+    for f in fields:
+        if f.name not in values and f.default is f.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"The setting {where}{f.name} is missing; add it.")
     return kind(**{key: _convert(hints[key], value, where + key) for key, value in values.items()})
 
 

@@ -2,12 +2,11 @@
 
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -104,7 +103,10 @@ def match_database(
         with pycolmap.Database.open(path) as opened:
             numbers = {image.name: image.image_id for image in opened.read_all_images()}
             keypoints = sum(opened.exists_keypoints(number) for number in numbers.values())
-        wanted = _wanted(numbers, config.pairs, path)
+        if len(numbers) < 2:
+            raise DataError(f"{path} has {len(numbers)} images; import at least two first.")
+        listed = config.pairs
+        wanted = pair_lists.exhaustive([*numbers]) if listed is None else pair_lists.from_file(numbers, listed)
         for name in {name for names in wanted for name in names}:
             refuse_mirrored(inside(images, name))
         if config.keep_keypoints:
@@ -129,7 +131,9 @@ def match_database(
                 pycolmap.geometric_verification(path, two_view_geometry_options=options)
             tell("Verifying pairs", 1, 1)
         with pycolmap.Database.open(path) as opened:
-            return replace(done, matches=_count(opened, numbers, wanted), verified=opened.num_verified_image_pairs())
+            ids = [(numbers[name0], numbers[name1]) for name0, name1 in wanted]
+            matches = sum(len(opened.read_matches(*pair)) for pair in ids if opened.exists_matches(*pair))
+            return replace(done, matches=matches, verified=opened.num_verified_image_pairs())
 
 
 @contextmanager
@@ -165,18 +169,6 @@ def _check(path: Path) -> None:
         raise DataError(f"{path} is a database, but not one of COLMAP's; give COLMAP's database.db.")
 
 
-def _wanted(numbers: dict[str, int], file: Path | None, path: Path) -> list[Names]:
-    """Return the pairs listed in a file, or all pairs of images in the database."""
-    if len(numbers) < 2:
-        raise DataError(f"{path} has {len(numbers)} images; import at least two first.")
-    return list(combinations(sorted(numbers), 2)) if file is None else pair_lists.from_file(numbers, file)
-
-
-def _count(database: Any, numbers: dict[str, int], pairs: Iterable[Names]) -> int:
-    ids = [(numbers[name0], numbers[name1]) for name0, name1 in pairs]
-    return sum(len(database.read_matches(*pair)) for pair in ids if database.exists_matches(*pair))
-
-
 def _match_keypoints(
     path: Path,
     images: Path,
@@ -203,10 +195,7 @@ def _match_keypoints(
                 skipped += 1
             else:
                 try:
-                    features = [
-                        kept.get(name, lambda name=name: matcher.features(images / name))  # type: ignore[misc]
-                        for name in names
-                    ]
+                    features = [kept.get(name, partial(matcher.features, images / name)) for name in names]
                 except ImageError as error:
                     failed[names] = str(error)
                     continue

@@ -1,14 +1,13 @@
 """Adapter for deep-image-matching: a detector-free matcher, registered at run time."""
 
 import logging
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dualrc.adapters.modules import SETTINGS, add_module, load_matcher
 from dualrc.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -17,7 +16,6 @@ PIPELINE = "dualrc"
 CONF: dict[str, Any] = {"extractor": {"name": "no_extractor"}, "matcher": {"name": PIPELINE}}
 # Image side in pixels above which deep-image-matching scales its thresholds.
 _TILE = 1024
-_MODULE = f"deep_image_matching.matchers.{PIPELINE}"
 
 
 def register() -> Any:
@@ -28,16 +26,11 @@ def register() -> Any:
         raise ConfigError(
             f"deep-image-matching can't be imported ({error}): pip install deep-image-matching."
         ) from error
-    if _MODULE not in sys.modules:
-        module = ModuleType(_MODULE, "The detector-free matcher of dualrc.")
-        matcher_class = _make_class()
-        # The package loads the only class that a matcher module defines.
-        matcher_class.__module__ = _MODULE
-        module.DualRCMatcher = matcher_class  # type: ignore[attr-defined]
-        sys.modules[_MODULE] = matchers.dualrc = module
+    module = add_module(matchers, _make_class)
+    if PIPELINE not in config.confs:
         config.confs[PIPELINE] = CONF
         config.opt_zoo["matchers"].append(PIPELINE)
-    return sys.modules[_MODULE].DualRCMatcher
+    return module.DualRCMatcher
 
 
 def _make_class() -> Any:
@@ -46,33 +39,18 @@ def _make_class() -> Any:
     from deep_image_matching.matchers.matcher_base import DetectorFreeMatcherBase
 
     from dualrc.image import read, read_header
-    from dualrc.matcher import load
 
     class DualRCMatcher(DetectorFreeMatcherBase):  # type: ignore[misc]
         """Matcher with the interface of deep-image-matching; images are matched as a whole, without tiles."""
 
-        _default_conf = {  # noqa: RUF012
-            "preset": "default",
-            "weights": None,
-            "max_num_matches": 4000,
-            "match_threshold": 0.2,
-        }
+        _default_conf = {**SETTINGS}  # noqa: RUF012
         grayscale = False
         as_float = True
         max_tile_size = _TILE
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            conf = self.config["matcher"]
-            self.matcher = load(
-                conf["preset"],
-                weights=conf["weights"],
-                device=self._device,
-                top=conf["max_num_matches"],
-                min_score=conf["match_threshold"],
-                # Most pairs of a collection have nothing in common.
-                max_tilt=1.0,
-            )
+            self.matcher = load_matcher(self.config["matcher"], self._device)
 
         def match(
             self, feature_path: Path, matches_path: Path, img0: Path, img1: Path, try_full_image: bool = False
@@ -93,15 +71,9 @@ def _make_class() -> Any:
                 sizes = [max(get_size_by_quality(self._quality, image.shape[:2])) for image in images]
                 size = max(16, min(max(sizes), self.matcher.config.max_size) // 16 * 16)
             found = self.matcher.match(*images, size=size)
-            rows = np.arange(len(found))
-            return self._update_features_h5(
-                feature_path,
-                img0_path.name,
-                img1_path.name,
-                found.points0,
-                found.points1,
-                np.stack([rows, rows], axis=1),
-            )
+            names, rows = (img0_path.name, img1_path.name), np.arange(len(found))
+            points = found.points0, found.points1
+            return self._update_features_h5(feature_path, *names, *points, np.stack([rows, rows], axis=1))
 
         def _match_by_tile(
             self,

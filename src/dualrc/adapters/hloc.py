@@ -1,34 +1,26 @@
 """Adapter for hloc: a dense matcher for `hloc.match_dense`, registered at run time."""
 
 import copy
-import sys
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
+from dualrc.adapters.modules import SETTINGS, add_module, load_matcher
 from dualrc.errors import ConfigError
 
-# Entries for `hloc.match_dense.confs`. Image sides are multiples of 16, so that the network does not resize them. hloc
-# rounds the keypoints of an image to cells of `cell_size` pixels, one keypoint per cell.
-CONFS: dict[str, dict[str, Any]] = {
-    "dualrc": {
-        "output": "matches-dualrc",
-        "model": {"name": "dualrc"},
-        "preprocessing": {"grayscale": False, "resize_max": 1024, "dfactor": 16},
-        "max_error": 1,
-        "cell_size": 1,
-    },
-    # Fewer keypoints, for scenes with many images.
-    "dualrc_large": {
-        "output": "matches-dualrc_large",
-        "model": {"name": "dualrc"},
-        "preprocessing": {"grayscale": False, "resize_max": 1024, "dfactor": 16},
-        "max_error": 2,
-        "cell_size": 8,
-    },
+
+def _conf(name: str, **keypoints: int) -> dict[str, Any]:
+    """Return an entry; image sides are multiples of 16, so that the network does not resize them."""
+    preprocessing = {"grayscale": False, "resize_max": 1024, "dfactor": 16}
+    return {"output": f"matches-{name}", "model": {"name": "dualrc"}, "preprocessing": preprocessing, **keypoints}
+
+
+# Entries for `hloc.match_dense.confs`. hloc rounds the keypoints of an image to cells of `cell_size` pixels, one
+# keypoint per cell. The second entry has fewer keypoints, for scenes with many images.
+CONFS = {
+    "dualrc": _conf("dualrc", max_error=1, cell_size=1),
+    "dualrc_large": _conf("dualrc_large", max_error=2, cell_size=8),
 }
-_MODULE = "hloc.matchers.dualrc"
 
 
 def register() -> dict[str, dict[str, Any]]:
@@ -39,13 +31,7 @@ def register() -> dict[str, dict[str, Any]]:
         raise ConfigError(
             f"hloc can't be imported ({error}); install it from its repository, cvg/Hierarchical-Localization."
         ) from error
-    if _MODULE not in sys.modules:
-        module = ModuleType(_MODULE, "The dense matcher of dualrc.")
-        model = _make_model()
-        # hloc loads the only class that a matcher module defines.
-        model.__module__ = _MODULE
-        module.DualRC = model  # type: ignore[attr-defined]
-        sys.modules[_MODULE] = matchers.dualrc = module
+    add_module(matchers, _make_model)
     confs = copy.deepcopy(CONFS)
     match_dense.confs.update(confs)
     return confs
@@ -55,30 +41,14 @@ def _make_model() -> Any:
     """Return the model class; it is created here because its base class is imported on demand."""
     from hloc.utils.base_model import BaseModel
 
-    from dualrc.matcher import load
-
     class DualRC(BaseModel):  # type: ignore[misc]
         """Matcher with the interface of hloc: it returns keypoints0, keypoints1 and scores of a pair of images."""
 
-        default_conf = {  # noqa: RUF012
-            "preset": "default",
-            "weights": None,
-            "match_threshold": 0.2,
-            "max_num_matches": 4000,
-            "device": None,
-        }
+        default_conf = {**SETTINGS, "device": None}  # noqa: RUF012
         required_inputs = ["image0", "image1"]  # noqa: RUF012
 
         def _init(self, conf: dict[str, Any]) -> None:
-            self.matcher = load(
-                conf["preset"],
-                weights=conf["weights"],
-                device=conf["device"],
-                min_score=conf["match_threshold"],
-                top=conf["max_num_matches"],
-                # Most pairs of a collection have nothing in common.
-                max_tilt=1.0,
-            )
+            self.matcher = load_matcher(conf, conf["device"])
 
         def _forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
             image0, image1 = data["image0"], data["image1"]

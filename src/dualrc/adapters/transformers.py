@@ -82,13 +82,8 @@ class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[m
         path = weights_file(preset, weights)
         network, calibration = load_weights(path), read_calibration(path)
         options.setdefault("max_size", configs.preset(network.config.preset)[1].max_size)
-        model = cls(
-            DualRCConfig(
-                network=to_dict(network.config),
-                calibration=None if calibration is None else to_dict(calibration),
-                **options,
-            )
-        )
+        fitted = None if calibration is None else to_dict(calibration)
+        model = cls(DualRCConfig(network=to_dict(network.config), calibration=fitted, **options))
         model.matcher.network.load_state_dict(network.state_dict())
         return model.eval().requires_grad_(False)
 

@@ -4,6 +4,8 @@ Different places that look alike differ in what is next to them. Matches of such
 images, although other pairs match what is there. Matches of a true pair stop where one of the images ends.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from dualrc import geometry
@@ -26,6 +28,14 @@ def cells_of(points: FloatArray, size: tuple[int, int]) -> IntArray:
     return found
 
 
+class _View(NamedTuple):
+    """Inliers, camera and matched cells of one image of a pair."""
+
+    points: FloatArray
+    camera: Camera
+    cells: BoolArray
+
+
 def cover(
     inliers: Matches, pose: FloatArray, camera0: Camera, camera1: Camera, cells0: BoolArray, cells1: BoolArray
 ) -> float:
@@ -34,44 +44,33 @@ def cover(
     `cells0` and `cells1`: the cells of the images that other pairs match. The depth of a cell is that of the inliers
     around it. If this places the cell on a cell of the other image that other pairs match too, inliers are expected.
     """
-    points0, points1 = inliers.points0.astype(np.float64), inliers.points1.astype(np.float64)
-    shares = (
-        _share(points0, points1, pose, camera0, camera1, cells0, cells1),
-        _share(points1, points0, geometry.cam1_from_cam0(pose, np.eye(3, 4)), camera1, camera0, cells1, cells0),
-    )
-    return min(shares)
+    view0 = _View(inliers.points0.astype(np.float64), camera0, cells0)
+    view1 = _View(inliers.points1.astype(np.float64), camera1, cells1)
+    back = geometry.cam1_from_cam0(pose, np.eye(3, 4))
+    return min(_share(pose, view0, view1), _share(back, view1, view0))
 
 
-def _share(
-    points0: FloatArray,
-    points1: FloatArray,
-    pose: FloatArray,
-    camera0: Camera,
-    camera1: Camera,
-    cells0: BoolArray,
-    cells1: BoolArray,
-) -> float:
+def _share(pose: FloatArray, view0: _View, view1: _View) -> float:
     """Return the share of image 0's expected cells with inliers in them or next to them."""
     from scipy.ndimage import maximum_filter
 
-    row, column = np.nonzero(cells0)
-    middle = cell_to_pixel(np.stack([column, row], axis=1), _cell_px(camera0.size))
-    places = _predict(points0, points1, pose, camera0, camera1, middle)
+    size0, size1 = view0.camera.size, view1.camera.size
+    row, column = np.nonzero(view0.cells)
+    places = _predict(pose, view0, view1, cell_to_pixel(np.stack([column, row], axis=1), _cell_px(size0)))
     # The prediction is about as exact as a cell.
-    margin = _cell_px(camera1.size)
-    inside = ((places > margin) & (places < np.array(camera1.size) - 1 - margin)).all(axis=1)
-    expected = inside & cells1[_cell(places, camera1.size, cells1.shape)]
-    found = maximum_filter(cells_of(points0, camera0.size), 3, mode="constant")[row, column] > 0
+    margin = _cell_px(size1)
+    inside = ((places > margin) & (places < np.array(size1) - 1 - margin)).all(axis=1)
+    expected = inside & view1.cells[_cell(places, size1, view1.cells.shape)]
+    found = maximum_filter(cells_of(view0.points, size0), 3, mode="constant")[row, column] > 0
     return float((expected & found).sum() / expected.sum()) if expected.any() else 1.0
 
 
-def _predict(
-    points0: FloatArray, points1: FloatArray, pose: FloatArray, camera0: Camera, camera1: Camera, places: FloatArray
-) -> FloatArray:
+def _predict(pose: FloatArray, view0: _View, view1: _View, places: FloatArray) -> FloatArray:
     """Return the positions in image 1 of points (n, 2) of image 0 that are as deep as the inliers around them."""
     from scipy.spatial import cKDTree
 
-    rays0, rays1 = camera0.rays(points0) @ pose[:, :3].T, camera1.rays(points1)
+    points0, camera0, camera1 = view0.points, view0.camera, view1.camera
+    rays0, rays1 = camera0.rays(points0) @ pose[:, :3].T, camera1.rays(view1.points)
     # Inverse depths are defined without parallax too.
     across, along = np.cross(rays1, rays0), np.cross(rays1, pose[:, 3])
     inverse_depths = np.clip(-(across * along).sum(1) / np.maximum((along**2).sum(1), 1e-12), 0, None)

@@ -1,6 +1,6 @@
 """Export of merged keypoints: COLMAP's database and hloc's HDF5 files."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, pr
     """Write hloc's features.h5, matches.h5 and pairs.txt, in stored pixels with the first pixel center at (0, 0)."""
     h5py = require("h5py", "colmap", "hloc's files")
     folder, images = Path(folder), Path(images)
-    _refuse_ambiguous(merged)
+    keys = _pair_keys(merged.keypoints)
     with replacing(folder / "features.h5") as temporary, h5py.File(temporary, "w") as file:
         for name, keypoints in merged.keypoints.items():
             header = read_header(images / name)
@@ -136,7 +136,7 @@ def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, pr
             scores0 = np.zeros(len(matches0), np.float32)
             matches0[found.indices[:, 0]] = found.indices[:, 1]
             scores0[found.indices[:, 0]] = found.scores
-            group = file.create_group(_pair_key(name0, name1))
+            group = file.create_group(f"{keys[name0]}/{keys[name1]}")
             group.create_dataset("matches0", data=matches0, compression="gzip", compression_opts=1)
             group.create_dataset("matching_scores0", data=scores0, compression="gzip", compression_opts=1)
             progress("Writing matches", count, len(merged.pairs))
@@ -155,16 +155,11 @@ def export_hloc(
     return folder / "features.h5", folder / "matches.h5", folder / "pairs.txt"
 
 
-def _pair_key(name0: str, name1: str) -> str:
-    return f"{name0.replace('/', '-')}/{name1.replace('/', '-')}"
-
-
-def _refuse_ambiguous(merged: MergedMatches) -> None:
-    """Raise DataError if two images have the same name in hloc's pair keys."""
-    keys: dict[str, str] = {}
-    for name in merged.keypoints:
-        other = keys.setdefault(name.replace("/", "-"), name)
-        if other != name:
-            raise DataError(
-                f"{other} and {name} have the same key in hloc's matches.h5, where / becomes -; rename one."
-            )
+def _pair_keys(names: Iterable[str]) -> dict[str, str]:
+    """Return the keys of images in hloc's matches.h5; raise DataError if two images have the same."""
+    owners: dict[str, str] = {}
+    for name in names:
+        if (other := owners.setdefault(name.replace("/", "-"), name)) != name:
+            message = f"{other} and {name} have the same key in hloc's matches.h5, where / becomes -; rename one."
+            raise DataError(message)
+    return {name: key for key, name in owners.items()}

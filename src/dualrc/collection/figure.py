@@ -48,12 +48,9 @@ def draw_reconstruction(model: Any, path: str | Path, title: str) -> None:
             corners = _frustum(pose, shape, reach) @ axes.T
             axis.plot(corners[:, across], corners[:, along], color="#d62728", linewidth=0.9)
         axis.plot(centers[:, across], centers[:, along], ".", color="#d62728", markersize=4)
-        axis.set_xlim(low[across], high[across])
-        axis.set_ylim(*((high[along], low[along]) if along == 1 else (low[along], high[along])))
-        axis.set_aspect("equal")
+        vertical = (high[along], low[along]) if along == 1 else (low[along], high[along])
+        axis.set(xlim=(low[across], high[across]), ylim=vertical, aspect="equal", xticks=[], yticks=[])
         axis.set_title(name, fontsize=15)
-        axis.set_xticks([])
-        axis.set_yticks([])
     figure.suptitle(title, fontsize=17)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=130, bbox_inches="tight", pad_inches=0.15)

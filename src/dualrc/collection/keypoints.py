@@ -147,9 +147,7 @@ class MergedMatches:
         self.keypoints: dict[str, Keypoints] = {}
         self._store = store
         # One bit per match, best match first.
-        self._verified: dict[Names, npt.NDArray[np.uint8]] = {
-            names: np.packbits(f) for names, f in (inliers or {}).items()
-        }
+        self._verified = {names: np.packbits(flags) for names, flags in (inliers or {}).items()}
         # Those of recent pairs stay in memory.
         self._prepare = lru_cache(_IN_MEMORY)(self._prepare_pair)
         # Which matches between clusters are within a track, packed like the above.
@@ -186,8 +184,7 @@ class MergedMatches:
     def _near(self, names: Names, past: float = _PAST) -> BoolArray:
         """Return which matches between clusters predict the position of their keypoint, within `past` radii."""
         keypoints0, keypoints1 = self.keypoints[names[0]], self.keypoints[names[1]]
-        near: BoolArray = self._prepare(names).residuals(keypoints0, keypoints1) <= past * keypoints1.radius_px
-        return near
+        return self._prepare(names).residuals(keypoints0, keypoints1) <= past * keypoints1.radius_px
 
     def statistics(self) -> Statistics:
         """Return how many matches share keypoints, and how far the points of the matches are from their keypoints."""
@@ -221,25 +218,19 @@ class MergedMatches:
         return pair[np.unpackbits(self._verified[names], count=len(pair)).astype(bool)]
 
     def _prepare_pair(self, names: Names) -> _Prepared:
-        """Return the matches of a pair between clusters."""
+        """Return at most one match for each cluster of either image, better matches first, and their local motion."""
         matches = self._load(names)
-        found = self._assign(matches, *names)
-        points = matches.points0.astype(np.float64), matches.points1.astype(np.float64)
-        return _Prepared(
-            found=found,
-            points=(points[0][found.rows], points[1][found.rows]),
-            motions=(_local_motion(points[1], points[0], found.rows), _local_motion(*points, found.rows)),
-        )
-
-    def _assign(self, matches: Matches, name0: str, name1: str) -> IndexedMatches:
-        """Assign at most one match to each keypoint of either image; better matches come first."""
-        index0 = _nearest(matches.points0, self.keypoints[name0])
-        index1 = _nearest(matches.points1, self.keypoints[name1])
+        index0 = _nearest(matches.points0, self.keypoints[names[0]])
+        index1 = _nearest(matches.points1, self.keypoints[names[1]])
         rows = np.flatnonzero((index0 >= 0) & (index1 >= 0))
         for index in (index0, index1):
             rows = rows[np.sort(np.unique(index[rows], return_index=True)[1])]
-        return IndexedMatches(
-            indices=np.stack([index0[rows], index1[rows]], axis=1), scores=matches.scores[rows], rows=rows
+        indices = np.stack([index0[rows], index1[rows]], axis=1)
+        points0, points1 = matches.points0.astype(np.float64), matches.points1.astype(np.float64)
+        return _Prepared(
+            found=IndexedMatches(indices=indices, scores=matches.scores[rows], rows=rows),
+            points=(points0[rows], points1[rows]),
+            motions=(_local_motion(points1, points0, rows), _local_motion(points0, points1, rows)),
         )
 
 
@@ -287,8 +278,7 @@ def _verify(matches: Matches, max_error: float) -> BoolArray:
         return np.zeros(len(matches), dtype=bool)
     distance = geometry.sampson_distance_px(fit.matrix, matches.points0, matches.points1)
     # The comparison is false for NaN.
-    agree: BoolArray = distance <= threshold_px
-    return agree
+    return distance <= threshold_px
 
 
 def _gather(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoints:

@@ -4,7 +4,7 @@ import copy
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -96,10 +96,7 @@ def _working_folder(out: Path) -> Iterator[str]:
         yield folder
 
 
-MAPPERS: dict[str, Callable[[Path, Path, Mapping[str, Camera], Progress, int | None], list[Any]]] = {
-    "incremental": map_incremental,
-    "global": map_global,
-}
+MAPPERS = {"incremental": map_incremental, "global": map_global}
 
 
 def largest(models: list[Any], *, refine: bool, tell: Progress) -> Any:

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def match_collection(
     matcher = load(config.preset, weights=config.weights, device="cpu", **settings)
     check_writable(make_folder(out) / "matches.sqlite")
     run = _Run(images, names, config, matcher, quiet=quiet)
-    with only_run(out / LOCK), MatchStore(out / "matches.sqlite", run.depends_on) as store, run:
+    with only_run(out / LOCK), MatchStore(out / "matches.sqlite", run.depends_on) as store, closing(run):
         with _counting(store, start) as count:
             chosen = pairs.choose(names, config, lambda: run.describe(out / "descriptors.npz"))
             if not chosen:
@@ -156,10 +156,8 @@ class _Run:
         made = {key: info[key] for key in ("weights", "calibration") if info[key] is not None or key == "weights"}
         return {**made, "network": info["network"], "matcher": fields}
 
-    def __enter__(self) -> "_Run":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the workers."""
         if self._executor is not None:
             self._executor.close()
 

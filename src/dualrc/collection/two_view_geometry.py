@@ -18,7 +18,7 @@ from dualrc import geometry
 from dualrc.collection import coverage
 from dualrc.collection.store import MatchStore, Names
 from dualrc.geometry import Camera
-from dualrc.matches import Matches
+from dualrc.matches import Estimate, EstimateKind, Matches
 from dualrc.pixels import FINE_STRIDE
 from dualrc.types import BoolArray, FloatArray, IntArray
 
@@ -173,13 +173,7 @@ class TwoViews:
             scored = [(self.load(pair).pair_score, pair) for pair in self._pairs if members >= set(pair)]
             fundamentals = []
             for _, pair in sorted(scored, reverse=True)[:_FOCAL_PAIRS]:
-                matches = self.load(pair)
-                fit = geometry.estimate(
-                    matches[_spread(len(matches), _SAMPLE)],
-                    "fundamental",
-                    threshold_px=self._threshold_px(pair),
-                    max_iterations=_QUICK,
-                )
+                fit = self._estimate(pair, _spread(len(self.load(pair)), _SAMPLE), "fundamental", _QUICK)
                 if fit.matrix is not None and fit.inliers.mean() >= 0.5:
                     fundamentals.append(fit.matrix)
             focal_px = geometry.shared_focal_px(fundamentals, size)
@@ -199,15 +193,13 @@ class TwoViews:
 
     def fit(self, names: Names, rows: Any, iterations: int = _QUICK) -> FloatArray | None:
         """Estimate the relative pose (3, 4) of a pair from these rows of its matches."""
-        fit = geometry.estimate(
-            self.load(names)[rows],
-            "essential",
-            camera0=self.cameras[names[0]],
-            camera1=self.cameras[names[1]],
-            threshold_px=self._threshold_px(names),
-            max_iterations=iterations,
-        )
+        cameras = {"camera0": self.cameras[names[0]], "camera1": self.cameras[names[1]]}
+        fit = self._estimate(names, rows, "essential", iterations, **cameras)
         return None if fit.pose is None else fit.pose.cam1_from_cam0
+
+    def _estimate(self, names: Names, rows: Any, kind: EstimateKind, iterations: int, **cameras: Any) -> Estimate:
+        chosen, threshold_px = self.load(names)[rows], self._threshold_px(names)
+        return geometry.estimate(chosen, kind, threshold_px=threshold_px, max_iterations=iterations, **cameras)
 
     def fit_direction(self, names: Names, rows: Any, rotation: FloatArray) -> FloatArray | None:
         """Like `fit`, with a known rotation."""

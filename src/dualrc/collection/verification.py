@@ -293,9 +293,8 @@ def _elsewhere(check: PairCheck) -> str:
 
 def _agrees(check: PairCheck) -> bool:
     """Return whether the other pairs support a pair."""
-    if check.turn_deg is not None and check.turn_deg > _MAX_TURN_DEG:
-        return False
-    return check.confirmed >= FEWEST and check.confirmed >= 2 * check.contradicted
+    turned = (check.turn_deg or 0) > _MAX_TURN_DEG
+    return not turned and check.confirmed >= max(FEWEST, 2 * check.contradicted)
 
 
 def _strength(check: PairCheck) -> float:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dualrc.config import MIN_SIDE
+from dualrc.config import MIN_SIDE, check_bounds
 from dualrc.errors import ConfigError
 from dualrc.extras import require
 from dualrc.files import make_folder, replacing
@@ -49,15 +49,12 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if self.size is not None and any(side % STRIDE or side < MIN_SIDE for side in self.size):
-            raise ConfigError(
-                "A size of {}x{} can't be exported; both sides must be multiples of {} and at least {}.".format(
-                    *self.size, STRIDE, MIN_SIDE
-                )
-            )
+            width, height = self.size
+            limits = f"multiples of {STRIDE} and at least {MIN_SIDE}"
+            raise ConfigError(f"A size of {width}x{height} can't be exported; both sides must be {limits}.")
         if self.precision not in ("float32", "float16"):
             raise ConfigError(f"Precision {self.precision!r} can't be exported; choose float32 or float16.")
-        if self.top < 1:
-            raise ConfigError(f"top = {self.top} must be at least 1.")
+        check_bounds(self, "top", at_least=1)
 
 
 def export(

@@ -24,8 +24,6 @@ from dualrc.types import Size
 FILES: dict[Part, str] = {"features": "features.onnx", "pair": "pair.onnx"}
 # Default execution providers in order of preference; unavailable ones are skipped.
 PROVIDERS = ("CUDAExecutionProvider", "DmlExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider")
-# Names of the feature maps.
-_MAPS = ("coarse", "fine", "light")
 
 Paths = str | Path | tuple[str | Path, str | Path]
 
@@ -172,12 +170,8 @@ class Matcher:
         if any(features.made_by != _maker(self.model) for features in (features0, features1)):
             raise ConfigError("These features come from other models; extract them with features() of this matcher.")
         session = self._sessions["pair"]
-        inputs = {
-            f"{name}{side}": features.maps[name]
-            for side, features in enumerate((features0, features1))
-            for name in _MAPS
-            if name in features.maps
-        }
+        both = enumerate((features0, features1))
+        inputs = {f"{name}{side}": values for side, features in both for name, values in features.maps.items()}
         wanted = {node.name for node in session.get_inputs()}
         points0, points1, scores, count, exact = session.run(
             ["points0", "points1", "scores", "count", "exact"], {name: inputs[name] for name in wanted}
@@ -188,12 +182,10 @@ class Matcher:
     def _network_size(self, own: Size, size: int | None) -> Size:
         if self.input_size is None:
             return network_size(own, long_side=size, max_size=self.model.max_size)
-        if size is not None and size != max(self.input_size):
-            raise ConfigError(
-                "These models take images of {}x{} only; leave out size, or export with --dynamic.".format(
-                    *self.input_size
-                )
-            )
+        width, height = self.input_size
+        if size is not None and size != max(width, height):
+            message = f"These models take images of {width}x{height} only; leave out size, or export with --dynamic."
+            raise ConfigError(message)
         if min(own) < MIN_SIDE:
             raise ImageError("The image of {}x{} pixels is too small; give a larger one.".format(*own))
         return self.input_size

@@ -60,14 +60,6 @@ def largest_around(values: Tensor, fine: FineMap, reading: Reading) -> Tensor:
     return reduce(torch.maximum, shifted).flatten(0, 1)
 
 
-def top_cells(limits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest `count` values of each row (n m) and their columns; short rows are padded with zeros."""
-    # `count` is a constant of the graph, for images of any size.
-    padded = F.pad(limits, (0, count))
-    values, columns = padded.topk(count, dim=1)
-    return values, columns.clamp(max=limits.shape[1] - 1)
-
-
 def search_top(tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig) -> TopFound:
     """Find the best fine cell of image 1 for every fine cell of image 0; `tensor` is (n m), cells of image 0 first."""
     candidates, sums = tensor.shape[1], tensor.sum(1)
@@ -80,7 +72,9 @@ def search_top(tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfi
     # A query reads sum(w t) / sum(w s) over rows t with sums s, which is at most the largest t / s.
     scale = torch.where(sums > 0, 1 / sums.clamp(min=torch.finfo(sums.dtype).tiny), 0)
     limits = largest_around(tensor * scale[:, None], fine0, config.reading)
-    limit, cells = top_cells(limits, SHORTLIST + 1)
+    # Short rows are padded with zeros: the length of the shortlist is a constant of the graph, for images of any size.
+    limit, cells = F.pad(limits, (0, SHORTLIST + 1)).topk(SHORTLIST + 1, dim=1)
+    cells = cells.clamp(max=candidates - 1)
     outside, limit, cells = limit[:, SHORTLIST], limit[:, :SHORTLIST], cells[:, :SHORTLIST]
 
     # Compute exact coarse scores of the shortlist, and visit the best cells.

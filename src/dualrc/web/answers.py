@@ -21,8 +21,7 @@ _POLL_S = 0.5
 
 def service_of(request: Request) -> Service:
     """Return the service of the app that received this request."""
-    found: Service = request.app.state.service
-    return found
+    return request.app.state.service
 
 
 async def json_body(request: Request, kind: type[Body]) -> Body:

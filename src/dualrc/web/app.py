@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -83,7 +84,7 @@ def create_app(
             sweeper = asyncio.create_task(_sweep(service))
             if prepare:
                 service.jobs.when_idle(service.warm_up)
-                _render(examples, service)
+                threading.Thread(target=_render, args=(examples, service), name="examples", daemon=True).start()
             try:
                 yield
             finally:
@@ -107,7 +108,8 @@ def create_app(
     app.include_router(public)
     # The Guard checks the token; this is its description in /openapi.json.
     token = [] if config.token is None else [Security(HTTPBearer(scheme_name="token", auto_error=False))]
-    for part in (router, routes_images.router, routes_pairs.router, routes_sets.router):
+    pairs, sets = (routes_pairs.router, routes_pairs.jobs_router), (routes_sets.router, routes_sets.model_router)
+    for part in (router, routes_images.router, *pairs, *sets):
         app.include_router(part, dependencies=token)
     # Not mounted: a mount at the root would answer for routes that require another method.
     app.router.default = _Page(directory=STATIC, html=True, check_dir=False)
@@ -123,9 +125,11 @@ async def _health() -> dict[str, str]:
 @router.get("/v1/info", summary="Versions and limits of this server", response_model=schemas.Info)
 async def _info(request: Request) -> dict[str, Any]:
     """Return versions, limits and examples."""
-    service, config = service_of(request), service_of(request).config
-    matcher, model = service.matcher, request.app.state.reconstruction
+    service, model = service_of(request), request.app.state.reconstruction
+    matcher, settings = service.matcher, asdict(service.config)
     return {
+        # The limits, by their names in the config.
+        **{name: settings[name] for name in schemas.Info.model_fields.keys() & settings.keys()},
         "version": dualrc.__version__,
         "preset": matcher.network.config.preset,
         "weights": matcher.weights_hash,
@@ -133,12 +137,6 @@ async def _info(request: Request) -> dict[str, Any]:
         "engine": matcher.engine,
         "precision": matcher.precision,
         "qualities": list(get_args(Quality)),
-        "max_bytes": config.max_bytes,
-        "max_pixels": config.max_pixels,
-        "max_images": config.max_images,
-        "max_collection": config.max_collection,
-        "max_points": config.max_points,
-        "keep_s": config.keep_s,
         "examples": [example.describe() for example in EXAMPLES],
         "reconstruction": None if model is None else model.summary(),
     }
@@ -149,15 +147,15 @@ async def _metrics(request: Request) -> PlainTextResponse:
     """Return counters and gauges in the Prometheus text format."""
     service, metrics = service_of(request), request.app.state.metrics
     gauges = {
-        "dualrc_queue_depth": ("Jobs in the queue.", lambda: service.jobs.depth),
-        "dualrc_jobs_running": ("Jobs running.", lambda: service.jobs.running),
-        "dualrc_images": ("Stored images.", lambda: len(service.images)),
-        "dualrc_image_file_bytes": ("Size of image files on disk.", lambda: service.images.disk_bytes),
-        "dualrc_pixel_cache_bytes": ("Memory of decoded images and views.", lambda: service.images.pixel_bytes),
-        "dualrc_feature_cache_bytes": ("Memory of features.", lambda: service.features.size),
-        "dualrc_warp_cache_bytes": ("Memory of warps.", lambda: service.warps.size),
-        "dualrc_pairs": ("Stored results.", lambda: len(service.pairs)),
-        "dualrc_pair_bytes": ("Memory of results.", lambda: service.pairs.size),
+        "dualrc_queue_depth": ("Jobs in the queue.", service.jobs.depth),
+        "dualrc_jobs_running": ("Jobs running.", service.jobs.running),
+        "dualrc_images": ("Stored images.", len(service.images)),
+        "dualrc_image_file_bytes": ("Size of image files on disk.", service.images.disk_bytes),
+        "dualrc_pixel_cache_bytes": ("Memory of decoded images and views.", service.images.pixel_bytes),
+        "dualrc_feature_cache_bytes": ("Memory of features.", service.features.size),
+        "dualrc_warp_cache_bytes": ("Memory of warps.", service.warps.size),
+        "dualrc_pairs": ("Stored results.", len(service.pairs)),
+        "dualrc_pair_bytes": ("Memory of results.", service.pairs.size),
     }
     text = metrics.text(gauges, service.jobs.outcomes, dict(service.jobs.batches))
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
@@ -167,11 +165,8 @@ def _add_handlers(app: FastAPI) -> None:
     """Answer every error with JSON that contains a message and a code."""
 
     @app.exception_handler(Problem)
-    async def problem_handler(_: Request, problem: Problem) -> JSONResponse:
-        return answer(problem)
-
     @app.exception_handler(DualRCError)
-    async def error_handler(_: Request, error: DualRCError) -> JSONResponse:
+    async def error_handler(_: Request, error: Problem | DualRCError) -> JSONResponse:
         return answer(from_error(error))
 
     @app.exception_handler(RequestValidationError)
@@ -214,13 +209,9 @@ async def _sweep(service: Service) -> None:
 
 
 def _render(examples: Examples, service: Service) -> None:
-    """Render the examples in the background."""
-
-    def run() -> None:
-        try:
-            examples.prepare(lambda: service.jobs.closing)
-        except Exception:
-            if not service.jobs.closing:
-                logger.exception("The examples could not be rendered.")
-
-    threading.Thread(target=run, name="examples", daemon=True).start()
+    """Render the examples, until the server stops."""
+    try:
+        examples.prepare(lambda: service.jobs.closing)
+    except Exception:
+        if not service.jobs.closing:
+            logger.exception("The examples could not be rendered.")

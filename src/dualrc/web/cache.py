@@ -19,15 +19,11 @@ class Cache(Generic[Key, Value]):
         # Value, size and time of the last use, the least recently used first.
         self._values: dict[Key, tuple[Value, int, float]] = {}
         self._lock = threading.RLock()
-        self._size = 0
+        # Total size of the values.
+        self.size = 0
 
     def __len__(self) -> int:
         return len(self._values)
-
-    @property
-    def size(self) -> int:
-        """Total size of the values."""
-        return self._size
 
     def get(self, key: Key) -> Value | None:
         """Return the value of a key and mark it as used, or return None."""
@@ -47,9 +43,9 @@ class Cache(Generic[Key, Value]):
             if size > self.limit and not self._keep:
                 return
             self._values[key] = value, size, time.monotonic()
-            self._size += size
+            self.size += size
             self.expire()
-            while self._size > self.limit and len(self._values) > self._keep:
+            while self.size > self.limit and len(self._values) > self._keep:
                 self._drop(next(iter(self._values)))
 
     def make(self, key: Key, make: Callable[[], Value]) -> Value:
@@ -75,4 +71,4 @@ class Cache(Generic[Key, Value]):
 
     def _drop(self, key: Key) -> None:
         if key in self._values:
-            self._size -= self._values.pop(key)[1]
+            self.size -= self._values.pop(key)[1]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from dualrc.formats import encoded
 from dualrc.scenes import make_pair
 from dualrc.types import ImageArray, Size
 from dualrc.web.problems import Problem
@@ -107,7 +108,5 @@ class Examples:
         return self._scenes[scene]
 
     def _keep(self, pixels: ImageArray, name: str) -> Upload:
-        file = BytesIO()
-        Image.fromarray(np.ascontiguousarray(pixels)).save(file, "PNG", compress_level=1)
-        file.seek(0)
+        file = BytesIO(encoded(Image.fromarray(np.ascontiguousarray(pixels)), "PNG", compress_level=1))
         return self._images.add(file, name, "example", shared=True)

@@ -59,10 +59,8 @@ def _geometry(matches: Matches, indices: Any, pycolmap: Any) -> Any:
     model = matches.estimate
     if model is None or model.matrix is None:
         return None
-    kinds = pycolmap.TwoViewGeometryConfiguration
-    made = pycolmap.TwoViewGeometry()
-    made.config = {"homography": kinds.PLANAR, "fundamental": kinds.UNCALIBRATED, "essential": kinds.CALIBRATED}[
-        model.kind
-    ]
+    made, kinds = pycolmap.TwoViewGeometry(), pycolmap.TwoViewGeometryConfiguration
+    configs = {"homography": kinds.PLANAR, "fundamental": kinds.UNCALIBRATED, "essential": kinds.CALIBRATED}
+    made.config = configs[model.kind]
     made.inlier_matches = indices[model.inliers]
     return made

@@ -239,9 +239,7 @@ class JobQueue:
             self._end(job, "cancelled" if job.cancelled else "done")
         except Cancelled:
             self._end(job, "cancelled")
-        except Problem as problem:
-            self._end(job, "failed", problem)
-        except DualRCError as error:
+        except (Problem, DualRCError) as error:
             self._end(job, "failed", from_error(error))
         except Exception:
             logger.exception("A job failed.")

@@ -5,7 +5,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from dualrc.web.job import ENDED
@@ -35,13 +35,11 @@ class Metrics:
             counts[bisect_left(_BUCKETS, seconds)] += 1
             self._seconds[route] = self._seconds.get(route, 0.0) + seconds
 
-    def text(
-        self, gauges: Mapping[str, tuple[str, Callable[[], float]]], jobs: Mapping[str, int], batches: Mapping[int, int]
-    ) -> str:
+    def text(self, gauges: Mapping[str, tuple[str, float]], jobs: Mapping[str, int], batches: Mapping[int, int]) -> str:
         """Return all metrics.
 
-        `gauges` maps a name to a description and a function that returns the value, `jobs` counts jobs by outcome and
-        `batches` counts batches by their number of pairs.
+        `gauges` maps a name to a description and a value, `jobs` counts jobs by outcome and `batches` counts batches by
+        their number of pairs.
         """
         with self._lock:
             requests, buckets = dict(self._requests), {route: list(counts) for route, counts in self._buckets.items()}
@@ -62,11 +60,11 @@ class Metrics:
         lines += ["# HELP dualrc_batches_total Batches of pairs.", "# TYPE dualrc_batches_total counter"]
         lines += [f'dualrc_batches_total{{pairs="{pairs}"}} {count}' for pairs, count in sorted(batches.items())]
         own = {
-            "process_resident_memory_bytes": ("Resident memory.", resident_bytes),
-            "process_start_time_seconds": ("Start of the process.", lambda: self._started),
+            "process_resident_memory_bytes": ("Resident memory.", resident_bytes()),
+            "process_start_time_seconds": ("Start of the process.", self._started),
         }
         for name, (words, value) in {**gauges, **own}.items():
-            lines += [f"# HELP {name} {words}", f"# TYPE {name} gauge", f"{name} {value():.10g}"]
+            lines += [f"# HELP {name} {words}", f"# TYPE {name} gauge", f"{name} {value:.10g}"]
         return "\n".join(lines) + "\n"
 
 

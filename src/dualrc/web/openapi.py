@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fastapi import Response
 from pydantic import BaseModel
 
 from dualrc.web.schemas import Error
@@ -34,6 +35,11 @@ Responses = dict[int | str, dict[str, Any]]
 def errors(*statuses: int) -> Responses:
     """Return the description of errors."""
     return {status: {"model": Error, "description": _ERRORS[status]} for status in sorted(set(statuses))}
+
+
+def raw(content: Responses, *statuses: int) -> dict[str, Any]:
+    """Return the options of a route that encodes its response by itself, with this content or one of these errors."""
+    return {"response_class": Response, "responses": content | errors(*statuses)}
 
 
 def response(kind: type[BaseModel], description: str, status: int = 200) -> Responses:

@@ -1,4 +1,4 @@
-"""Results of pairs, and their JSON representation."""
+"""Results of pairs and of collections, and their JSON representation."""
 
 import math
 import secrets
@@ -38,6 +38,29 @@ class Pair:
         sets = [self.matches] + ([] if self.matches.whole is None else [self.matches.whole])
         arrays = [array for one in sets for array in (one.points0, one.points1, one.scores, one.covariance)]
         return _OVERHEAD + sum(array.nbytes for array in arrays if array is not None)
+
+
+@dataclass(kw_only=True, eq=False)
+class Collection:
+    """Set of images whose pairs are all matched, one after the other, and the results so far."""
+
+    images: tuple[Upload, ...]
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
+    # Score and id of the result of each matched pair.
+    results: dict[tuple[int, int], tuple[float, str]] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the JSON of a collection; scores are symmetric, null on the diagonal and for unmatched pairs."""
+        # A copy: the worker thread adds results.
+        results = dict(self.results)
+        matrix: list[list[float | None]] = [[None] * len(self.images) for _ in self.images]
+        for (i, j), (score, _) in results.items():
+            matrix[i][j] = matrix[j][i] = finite(score)
+        return {
+            "images": [image.describe() for image in self.images],
+            "scores": matrix,
+            "pairs": {f"{i},{j}": number for (i, j), (_, number) in results.items()},
+        }
 
 
 def describe(pair: Pair, fit: "EstimateBody | None" = None) -> dict[str, Any]:
@@ -139,8 +162,7 @@ def commands(pair: Pair, fit: "EstimateBody | None" = None) -> dict[str, str]:
             given["top"] = min(fit.top, settings.top or fit.top)
         chosen = [narrowed, repr(fit.kind), f"threshold_px={fit.threshold_px:g}"]
         if fit.kind == "essential":
-            cameras = [f"camera{n} = dualrc.geometry.camera_from_exif({name!r})" for n, name in enumerate(names)]
-            lines += cameras
+            lines += [f"camera{n} = dualrc.geometry.camera_from_exif({name!r})" for n, name in enumerate(names)]
             chosen += ["camera0=camera0", "camera1=camera1"]
         lines.append(f"model = dualrc.geometry.estimate({', '.join(chosen)})")
     flags = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]

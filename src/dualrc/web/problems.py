@@ -58,8 +58,10 @@ def known(found: T | None, what: str) -> T:
     return found
 
 
-def from_error(error: DualRCError) -> Problem:
-    """Return the problem that corresponds to an error of the library."""
+def from_error(error: Problem | DualRCError) -> Problem:
+    """Return a problem unchanged, or the one that corresponds to an error of the library."""
+    if isinstance(error, Problem):
+        return error
     message = str(error)
     if isinstance(error, ImageError):
         if isinstance(error.__cause__, Image.DecompressionBombError):

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from dualrc.web.answers import service_of
 from dualrc.web.examples import Examples, find
-from dualrc.web.openapi import UPLOAD, binary, errors, form
+from dualrc.web.openapi import UPLOAD, binary, errors, form, raw
 from dualrc.web.problems import Problem
 from dualrc.web.schemas import ExampleImages, Image
 from dualrc.web.security import client_of
@@ -75,12 +75,7 @@ async def describe_image(request: Request, number: str) -> dict[str, Any]:
     return images.describe(images.get(number))
 
 
-@router.get(
-    "/images/{number}/view",
-    response_class=Response,
-    summary="View an image as JPEG",
-    responses=JPEG | errors(404, 422),
-)
+@router.get("/images/{number}/view", summary="View an image as JPEG", **raw(JPEG, 404, 422))
 async def view_image(request: Request, number: str, max_side: MaxSide = 2048) -> Response:
     """Return the upright image, with a long side of at most `max_side` pixels."""
     images = service_of(request).images
@@ -88,25 +83,14 @@ async def view_image(request: Request, number: str, max_side: MaxSide = 2048) ->
     return Response(jpeg, media_type="image/jpeg", headers=_CACHED)
 
 
-@router.delete(
-    "/images/{number}",
-    status_code=204,
-    response_class=Response,
-    summary="Delete an image",
-    responses=errors(404, 422),
-)
+@router.delete("/images/{number}", status_code=204, summary="Delete an image", **raw({}, 404, 422))
 async def delete_image(request: Request, number: str) -> Response:
     """Delete an image before it expires."""
     service_of(request).images.delete(number)
     return Response(status_code=204)
 
 
-@router.get(
-    "/examples/{name}/view/{side}",
-    response_class=Response,
-    summary="View an image of an example",
-    responses=JPEG | errors(404, 422, 503),
-)
+@router.get("/examples/{name}/view/{side}", summary="View an image of an example", **raw(JPEG, 404, 422, 503))
 async def view_example(
     request: Request, name: str, side: Annotated[int, FromPath(ge=0, le=1)], max_side: MaxSide = 320
 ) -> Response:

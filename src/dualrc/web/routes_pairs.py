@@ -14,7 +14,7 @@ from dualrc.matches import Estimate
 from dualrc.web import exports, pairs, schemas
 from dualrc.web.answers import checked, json_answer, json_body, schema, service_of, wait_for
 from dualrc.web.job import Job
-from dualrc.web.openapi import JOB, UPLOAD, Responses, binary, errors, form, response
+from dualrc.web.openapi import JOB, UPLOAD, Responses, binary, errors, form, raw, response
 from dualrc.web.pairs import Pair
 from dualrc.web.problems import Problem, known
 from dualrc.web.routes_images import form_of, keep
@@ -23,6 +23,7 @@ from dualrc.web.uploads import Upload
 from dualrc.web.wire import grid_of
 
 router = APIRouter(prefix="/v1", tags=["pairs"])
+jobs_router = APIRouter(prefix="/v1/jobs", tags=["pairs", "jobs"], responses=errors(404, 422))
 
 Format = Annotated[Literal["json", "npz", "csv"], Query(description="Format of the response.")]
 AnyFormat = Annotated[Literal["json", "npz", "csv", "colmap"], Query(description="Format of the response.")]
@@ -51,8 +52,7 @@ _ANY_RESULT: Responses = {200: {"model": schemas.PairResult, **binary("The match
     "/match",
     openapi_extra=_MATCH,
     summary="Match two images",
-    response_class=Response,
-    responses=_RESULT | response(schemas.JobStarted, "The job, with `wait=false`.", 202) | errors(*JOB, *UPLOAD),
+    **raw(_RESULT | response(schemas.JobStarted, "The job, with `wait=false`.", 202), *JOB, *UPLOAD),
 )
 async def match(
     request: Request,
@@ -87,9 +87,7 @@ async def _asked(request: Request) -> tuple[tuple[Upload, Upload], schemas.Match
     return (service.images.get(body.image0), service.images.get(body.image1)), body
 
 
-@router.get(
-    "/pairs/{number}", summary="Get a result", response_class=Response, responses=_ANY_RESULT | errors(404, 422)
-)
+@router.get("/pairs/{number}", summary="Get a result", **raw(_ANY_RESULT, 404, 422))
 async def get_pair(
     request: Request,
     number: str,
@@ -116,7 +114,7 @@ async def get_pair(
     "/pairs/{number}/estimate",
     openapi_extra=schema(schemas.EstimateBody),
     summary="Fit a model",
-    responses=response(schemas.FittedModel, "The model.") | errors(404, 413, 422),
+    **raw(response(schemas.FittedModel, "The model."), 404, 413, 422),
 )
 async def estimate(request: Request, number: str) -> Response:
     """Fit a homography, fundamental or essential matrix to the existing matches.
@@ -140,12 +138,7 @@ async def _fitted(request: Request, pair: Pair, fit: schemas.EstimateBody) -> Es
         return await run_in_threadpool(run)
 
 
-@router.get(
-    "/pairs/{number}/warp",
-    summary="Warp of a pair",
-    response_class=Response,
-    responses=_WARP_BYTES | errors(*JOB),
-)
+@router.get("/pairs/{number}/warp", summary="Warp of a pair", **raw(_WARP_BYTES, *JOB))
 async def pair_warp(
     request: Request,
     number: str,
@@ -166,7 +159,7 @@ async def pair_warp(
     "/points",
     openapi_extra=schema(schemas.PointsBody),
     summary="Match given points",
-    responses=response(schemas.Points, "The positions.") | errors(*JOB),
+    **raw(response(schemas.Points, "The positions."), *JOB),
 )
 async def points(request: Request) -> Response:
     """Return the positions in image 1 of points of image 0; null if no counterpart was found."""
@@ -186,13 +179,7 @@ async def points(request: Request) -> Response:
     return await json_answer(tell)
 
 
-@router.post(
-    "/warp",
-    openapi_extra=schema(schemas.WarpBody),
-    summary="Warp of two images",
-    response_class=Response,
-    responses=_WARP_BYTES | errors(*JOB),
-)
+@router.post("/warp", openapi_extra=schema(schemas.WarpBody), summary="Warp of two images", **raw(_WARP_BYTES, *JOB))
 async def warp(request: Request) -> Response:
     """Return the warp of two images without matching them first."""
     service, body = service_of(request), await json_body(request, schemas.WarpBody)
@@ -202,12 +189,7 @@ async def warp(request: Request) -> Response:
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 
-@router.get(
-    "/jobs/{number}",
-    tags=["jobs"],
-    summary="State of a job",
-    responses=response(schemas.Event, "The last event.") | errors(404, 422),
-)
+@jobs_router.get("/{number}", summary="State of a job", responses=response(schemas.Event, "The last event."))
 async def get_job(request: Request, number: str) -> dict[str, Any]:
     """Return the data of the job's last event, with its name as `event`."""
     jobs = service_of(request).jobs
@@ -215,14 +197,7 @@ async def get_job(request: Request, number: str) -> dict[str, Any]:
     return {"event": name, **_public(data)}
 
 
-@router.delete(
-    "/jobs/{number}",
-    tags=["jobs"],
-    status_code=204,
-    response_class=Response,
-    summary="Cancel a job",
-    responses=errors(404, 422),
-)
+@jobs_router.delete("/{number}", status_code=204, summary="Cancel a job", response_class=Response)
 async def cancel_job(request: Request, number: str) -> Response:
     """Cancel a job: at once if it is queued, at its next step if it is running. The result is dropped."""
     jobs = service_of(request).jobs
@@ -230,13 +205,7 @@ async def cancel_job(request: Request, number: str) -> Response:
     return Response(status_code=204)
 
 
-@router.get(
-    "/jobs/{number}/events",
-    tags=["jobs"],
-    summary="Follow a job",
-    response_class=StreamingResponse,
-    responses=binary("The events.", "text/event-stream") | errors(404, 422, 503),
-)
+@jobs_router.get("/{number}/events", summary="Follow a job", **raw(binary("The events.", "text/event-stream"), 503))
 async def follow_job(request: Request, number: str) -> StreamingResponse:
     """Send server-sent events: `progress`, and finally `done`, `failed` or `cancelled`."""
     job = service_of(request).jobs.get(number)

@@ -8,20 +8,20 @@ from starlette.concurrency import run_in_threadpool
 
 from dualrc.web import schemas
 from dualrc.web.answers import json_answer, json_body, schema, service_of
-from dualrc.web.collections import Collection
-from dualrc.web.openapi import binary, errors, response
+from dualrc.web.openapi import binary, errors, raw, response
+from dualrc.web.pairs import Collection
 from dualrc.web.problems import Problem, known
 from dualrc.web.reconstruction import Reconstruction
 from dualrc.web.routes_images import JPEG, MaxSide
 from dualrc.web.security import client_of
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1/collections", tags=["collections"])
+model_router = APIRouter(prefix="/v1/reconstruction", tags=["reconstruction"])
 Number = Annotated[int, FromPath(ge=0, lt=1 << 53)]
 
 
 @router.post(
-    "/collections",
-    tags=["collections"],
+    "",
     status_code=202,
     openapi_extra=schema(schemas.CollectionBody),
     summary="Match all pairs of a set of images",
@@ -40,10 +40,7 @@ async def collect(request: Request) -> dict[str, str]:
 
 
 @router.get(
-    "/collections/{number}",
-    tags=["collections"],
-    summary="Scores of a collection",
-    responses=response(schemas.CollectionResult, "The scores.") | errors(404, 422),
+    "/{number}", summary="Scores of a collection", **raw(response(schemas.CollectionResult, "The scores."), 404, 422)
 )
 async def get_collection(request: Request, number: str) -> Response:
     """Return the images, a matrix of pair scores (null for unmatched pairs) and the results by "i,j"."""
@@ -51,23 +48,16 @@ async def get_collection(request: Request, number: str) -> Response:
     return await json_answer(collection.describe)
 
 
-@router.get(
-    "/reconstruction",
-    tags=["reconstruction"],
-    summary="Images and cameras",
-    responses=response(schemas.Model, "Poses and cameras.") | errors(404),
-)
+@model_router.get("", summary="Images and cameras", **raw(response(schemas.Model, "Poses and cameras."), 404))
 async def get_reconstruction(request: Request) -> Response:
     """Return poses and cameras of the upright images; the center of the first pixel is (0, 0), params are COLMAP's."""
     return await json_answer(_reconstruction(request).describe)
 
 
-@router.get(
-    "/reconstruction/points",
-    tags=["reconstruction"],
+@model_router.get(
+    "/points",
     summary="All points",
-    response_class=Response,
-    responses=binary("Count, coordinates, colors and track lengths.", "application/octet-stream") | errors(404),
+    **raw(binary("Count, coordinates, colors and track lengths.", "application/octet-stream"), 404),
 )
 async def get_points(request: Request) -> Response:
     """Return all points in little-endian order: uint32 count, float32 xyz, uint8 rgb, uint32 track lengths."""
@@ -75,9 +65,8 @@ async def get_points(request: Request) -> Response:
     return Response(packed, media_type="application/octet-stream")
 
 
-@router.get(
-    "/reconstruction/points/{index}",
-    tags=["reconstruction"],
+@model_router.get(
+    "/points/{index}",
     summary="A point and its track",
     response_model=schemas.ModelPoint,
     responses=errors(404, 422),
@@ -87,13 +76,7 @@ async def get_point(request: Request, index: Number) -> dict[str, Any]:
     return _reconstruction(request).point(index)
 
 
-@router.get(
-    "/reconstruction/images/{number}/view",
-    tags=["reconstruction"],
-    summary="View an image of the reconstruction",
-    response_class=Response,
-    responses=JPEG | errors(404, 415, 422),
-)
+@model_router.get("/images/{number}/view", summary="View an image of the reconstruction", **raw(JPEG, 404, 415, 422))
 async def view(request: Request, number: Number, max_side: MaxSide = 1024) -> Response:
     """Return the upright image as JPEG."""
     jpeg = await run_in_threadpool(_reconstruction(request).view, number, max_side)

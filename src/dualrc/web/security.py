@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dualrc.web.metrics import Metrics
 from dualrc.web.problems import Problem
-from dualrc.web.settings import MIB, ServerConfig
+from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import too_many_bytes
 
 access_log = logging.getLogger("dualrc.web.access")
@@ -104,9 +104,9 @@ class Guard:
     def _limited(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """Return a `receive` that limits the size and the duration of the body."""
         multipart = headers.get("content-type", "").startswith("multipart/")
-        files = 2 if scope["path"] == "/v1/match" else 1
-        most = files * self.config.max_bytes + _MULTIPART_EXTRA if multipart else self.config.max_json
-        problem = too_many_bytes(self.config.max_bytes) if multipart else _long_json(most)
+        files, each = (2 if scope["path"] == "/v1/match" else 1), self.config.max_bytes
+        most = files * each + _MULTIPART_EXTRA if multipart else self.config.max_json
+        problem = too_many_bytes(each) if multipart else too_many_bytes(most, "body", "send less at once")
         length, count = headers.get("content-length", "0"), 0
         announced = int(length) if length.isdecimal() else 0
         deadline = time.monotonic() + self.config.upload_s
@@ -170,10 +170,6 @@ def _host_of(address: str) -> str:
 def is_protected(path: str) -> bool:
     """Return whether a path requires the token."""
     return path in ("/metrics", "/v1") or path.startswith("/v1/")
-
-
-def _long_json(most: int) -> Problem:
-    return Problem(413, "too_many_bytes", f"The body has more than {most / MIB:.3g} MiB; send less at once.")
 
 
 async def _in_time(receive: Receive, deadline: float) -> Message:

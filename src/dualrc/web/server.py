@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dualrc.errors import ConfigError
+from dualrc.machine import keep_signals
 
 logger = logging.getLogger(__name__)
 # Names of the background threads that the modules `jobs` and `app` start.
@@ -132,12 +133,8 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Let Ctrl-C and SIGTERM stop the server while it runs."""
-        if threading.current_thread() is not threading.main_thread():
+        with keep_signals():
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, self.handle_exit)
             yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -21,10 +21,9 @@ from dualrc.matches import Estimate, EstimateKind, Matches, Warp
 from dualrc.pixels import STRIDE, pixel_grid, resize_points
 from dualrc.types import UNSET, Size, Unset
 from dualrc.web.cache import Cache
-from dualrc.web.collections import Collection
 from dualrc.web.job import Job, Progress, Work
 from dualrc.web.jobs import JobQueue
-from dualrc.web.pairs import Pair
+from dualrc.web.pairs import Collection, Pair
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import ImageStore, Upload
 from dualrc.web.wire import pack_warp

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +17,7 @@ from PIL import Image
 
 from dualrc.config import MIN_SIDE
 from dualrc.errors import ImageError
-from dualrc.formats import open_image
+from dualrc.formats import encoded, open_image
 from dualrc.image import read
 from dualrc.types import ImageArray, Size
 from dualrc.web.cache import Cache
@@ -162,22 +161,21 @@ class ImageStore:
     def _decode(self, path: Path, name: str) -> ImageArray:
         try:
             with self._decoding, open_image(path, name) as image:
-                self._check_size(image.size)
+                width, height = image.size
+                if width * height > self.config.max_pixels:
+                    most = f"more than {self.config.max_pixels / 1e6:.3g} megapixels; scale it down and send it again"
+                    raise Problem(413, "too_many_pixels", f"The image has {width}x{height} pixels, {most}.")
                 pixels = read(image)
         except ImageError as error:
             # Messages contain the file name of the client, never a path on the server.
-            raise from_error(_renamed(error, path, name)) from error
+            renamed = ImageError(str(error).replace(str(path), name))
+            renamed.__cause__ = error.__cause__
+            raise from_error(renamed) from error
         if min(pixels.shape[:2]) < MIN_SIDE:
             width, height = pixels.shape[1::-1]
             message = f"{name} has {width}x{height} pixels; each side must have at least {MIN_SIDE}."
             raise Problem(422, "too_small", message)
         return pixels
-
-    def _check_size(self, size: Size) -> None:
-        if size[0] * size[1] > self.config.max_pixels:
-            most = f"{self.config.max_pixels / 1e6:.3g} megapixels"
-            message = f"The image has {size[0]}x{size[1]} pixels, more than {most}; scale it down and send it again."
-            raise Problem(413, "too_many_pixels", message)
 
     def _make_room(self, upload: Upload) -> None:
         """Remove expired images, then the least recently used images of the clients with the most images."""
@@ -207,10 +205,9 @@ def clean_name(name: str | None) -> str:
     return plain[-_LONGEST_NAME:] or "image"
 
 
-def too_many_bytes(most: int) -> Problem:
-    """Return the problem of an upload that is too large."""
-    message = f"The upload has more than {most / MIB:.3g} MiB; send a smaller file."
-    return Problem(413, "too_many_bytes", message)
+def too_many_bytes(most: int, what: str = "upload", remedy: str = "send a smaller file") -> Problem:
+    """Return the problem of an upload or a body that is too large."""
+    return Problem(413, "too_many_bytes", f"The {what} has more than {most / MIB:.3g} MiB; {remedy}.")
 
 
 def to_jpeg(pixels: ImageArray, max_side: int) -> bytes:
@@ -219,16 +216,8 @@ def to_jpeg(pixels: ImageArray, max_side: int) -> bytes:
     if (ratio := max_side / max(image.size)) < 1:
         width, height = (max(1, round(side * ratio)) for side in image.size)
         image = image.resize((width, height), Image.Resampling.BOX if ratio < 0.25 else Image.Resampling.BICUBIC)
-    target = BytesIO()
-    image.save(target, "JPEG", quality=92, subsampling=0)
-    return target.getvalue()
+    return encoded(image, "JPEG", quality=92, subsampling=0)
 
 
 def _removable(upload: Upload) -> bool:
     return upload.holds == 0 and not upload.shared
-
-
-def _renamed(error: ImageError, path: Path, name: str) -> ImageError:
-    renamed = ImageError(str(error).replace(str(path), name))
-    renamed.__cause__ = error.__cause__
-    return renamed
