@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, texture, tiny_config
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import dualrc.train.loop
 from dualrc.data import PairBatch, PhotosConfig, open_pairs
@@ -42,14 +42,6 @@ def file(trunk, tmp_path_factory):
     share = make_teacher(trunk, [torch.rand(2, 3, 64, 64) for _ in range(3)], path, channels=6)
     assert 0.1 < share < 1
     return path
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("photos")
-    for number in range(12):
-        Image.fromarray(texture(number, 128, 128)).save(folder / f"{number:02}.png")
-    return folder
 
 
 def test_the_loss_is_zero_where_half_of_a_unit_vector_is_the_target():
@@ -183,6 +175,26 @@ def test_weights_to_start_from_are_enlarged_without_changing_what_they_do(tmp_pa
     # A smaller config does not shrink the network.
     smaller = replace(config, network=replace(wanted, backbone=replace(backbone, depths=(0, 0, 0, 0))))
     assert dualrc.train.loop._started(smaller).config == old.config
+
+
+def test_whitening_scales_the_components(trunk, tmp_path):
+    batches, rows = [torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))], {}
+    for whitening in (0.0, 0.5):
+        path = tmp_path / f"{whitening}.safetensors"
+        make_teacher(trunk, batches, path, channels=6, whitening=whitening)
+        rows[whitening] = load_file(path)["projection"]
+    assert torch.allclose(rows[0.0] @ rows[0.0].T, torch.eye(6), atol=1e-5)
+    # The last component has the largest variance and keeps its scale; the others are enlarged.
+    lengths = rows[0.5].norm(dim=1)
+    assert lengths[-1] == pytest.approx(1, abs=1e-5) and (lengths.diff() < 0).all()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(12):
+        Image.fromarray(texture(number, 128, 128)).save(folder / f"{number:02}.png")
+    return folder
 
 
 def test_the_script_writes_a_teacher(trunk, photos, tmp_path):

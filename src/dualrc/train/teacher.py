@@ -60,14 +60,19 @@ def centered_conv4(trunk: ResNet, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def make_teacher(trunk: ResNet, batches: list[Tensor], path: Path, channels: int = 128) -> float:
-    """Fit the projection to images (b 3 h w), write the file of a teacher, and return the explained variance."""
+def make_teacher(
+    trunk: ResNet, batches: list[Tensor], path: Path, channels: int = 128, *, whitening: float = 0.5
+) -> float:
+    """Fit the projection to images (b 3 h w), write the file of a teacher, and return the explained variance.
+
+    `whitening`: 1 gives all components the same variance, 0 their own.
+    """
     cells = torch.cat([centered_conv4(trunk, images).flatten(2).transpose(1, 2).flatten(0, 1) for images in batches])
     covariance, mean = torch.cov(cells.double().T), cells.double().mean(0)
     values, vectors = torch.linalg.eigh(covariance)
-    # Eigenvalues ascend. The components are half-whitened, because otherwise the first few would dominate.
+    # Eigenvalues ascend. Without whitening, the first components dominate.
     values, vectors = values[-channels:].clamp(min=1e-12), vectors[:, -channels:]
-    projection = (vectors * (values / values.max()) ** -0.25).T
+    projection = (vectors * (values / values.max()) ** (-whitening / 2)).T
     tensors = {name: tensor.half() if tensor.ndim == 4 else tensor for name, tensor in trunk.state_dict().items()}
     with replacing(path) as temporary:
         save_file({**tensors, "mean": mean.float(), "projection": projection.float().contiguous()}, temporary)
