@@ -73,7 +73,6 @@ _TYPES = {
     "Calibration": ("calibration", ""),
     "Seen": ("texture", ""),
     "MapImage": ("localize.maps", ""),
-    "Look": ("localize.maps", ""),
 }
 # Public modules have a page each, with the names of their `__all__`.
 _MODULES = {
